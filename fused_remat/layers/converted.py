@@ -19,7 +19,7 @@ from fused_remat.layers.eligibility import Reason, wants_grad
 from fused_remat.layers.fallback import Checkpoint, Forward, attributes_as
 from fused_remat.layers.fused_layer import FusedLayer, is_traced
 from fused_remat.layers.read import BlockInputs, read_block
-from fused_remat.layers.record import Record, record_of, warn
+from fused_remat.layers.record import STAGES, record_of, warn
 
 _IDLE = Reason("no gradients are required", quiet=True)
 _UNNAMED = Reason("the call passes arguments without a name, or omits the first one")
@@ -236,6 +236,8 @@ def around_layers(model: nn.Module, enabled: bool) -> None:
     for stage in stages(model):
         stage.__class__ = stage.stage_of
         vars(stage).pop("_runs_again", None)
+        for layer in filter(lambda m: isinstance(m, FusedLayer), stage.modules()):
+            record_of(layer).stage = ""
     new: list[Any] = [*filter(_is_stage, model.modules() if enabled else ())]
     for stage in new:
         if "forward" not in vars(stage):
@@ -271,7 +273,7 @@ class Stage(nn.Module):
     """A module of the class `stage_of`, whose forward runs again in backward.
 
     Only if its layers keep no more than their inputs, and none of them ran its own forward plainly
-    in its last call, as a layer that changes does; a first call may change it for all others.
+    in its last call, as a layer that changes does.
     """
 
     stage_of: ClassVar[type[nn.Module]]
@@ -283,7 +285,7 @@ class Stage(nn.Module):
         if is_plain or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if current_pass() == -1 or "_runs_again" not in vars(self):  # else a checkpoint repeats it
-            full = all(m.policy == "full" and _settled(record_of(m)) for m in layers)
+            full = all(m.policy == "full" and record_of(m).last in _REPEATED for m in layers)
             vars(self)["_runs_again"] = full
             for layer in layers:
                 record_of(layer).stage = _IN_STAGE if full else ""
@@ -291,7 +293,7 @@ class Stage(nn.Module):
             return forward(*args, **kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with attributes_as([(layer, "_policy", _IN_STAGE) for layer in layers]):
+            with attributes_as([(STAGES, "inside", True)]):
                 return forward(*args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
@@ -304,11 +306,8 @@ class Stage(nn.Module):
 #: The policy of layers in a stage that runs again: what they keep in forward is dropped, and what
 #: they keep in backward lives for one stage.
 _IN_STAGE = "fast"
-
-
-def _settled(record: Record) -> bool:
-    is_first = record.last == "plain" and record.number("plain") == 1
-    return is_first or record.last in ("block", "checkpoint")
+#: States of layers that may run again.
+_REPEATED = ("block", "checkpoint")
 
 
 def _staged(kind: Any) -> Any:

@@ -189,7 +189,7 @@ class FusedLayer(nn.Module):
                 return self._in_eager_mode(**arguments)
             return self._fall_back(inputs, compiling, arguments)
         graph, tensors, policy = inputs.graph, inputs.tensors, self._policy
-        if record is not None and record.stage and record.repeats:
+        if record is not None and record.stage and record.is_in_stage:
             policy = record.stage
         if inputs.precision is not None:
             streams = graph.inputs[: 1 + len(graph.side_outputs)]

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import re
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,15 @@ NOTES = ("_record", "last_trace", "_trace_notes")
 #: How many different reasons are counted for a layer; calls with others count together.
 _MOST_REASONS = 8
 _order = itertools.count(1)
+
+
+class _Stages(threading.local):
+    """Whether a thread runs a stage that runs again in backward (`layers.converted`)."""
+
+    inside = False
+
+
+STAGES = _Stages()
 _LEAF = (
     "; under DeepSpeed ZeRO-3, deepspeed.utils.set_z3_leaf_modules(model, [type(layer)]) before "
     "deepspeed.initialize makes it gather the entire layer"
@@ -60,6 +70,11 @@ class Record:
     reached: int = 0  # how often forward has reached `FusedLayer._call`
     watch: Callable[[], None] | None = None  # called with each training call in forward
     stage: str = ""  # the policy in the stage around the layer, if that runs again in backward
+
+    @property
+    def is_in_stage(self) -> bool:
+        """Whether a call, or the forward that it repeats, is in a stage that runs again."""
+        return STAGES.inside or self.repeats
 
     @property
     def repeats(self) -> bool:

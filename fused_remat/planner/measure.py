@@ -24,7 +24,7 @@ from fused_remat.execution.observe import BlockRun
 from fused_remat.layers import FusedLayer
 from fused_remat.layers.converted import stages
 from fused_remat.layers.fallback import attributes_as
-from fused_remat.layers.record import Ran
+from fused_remat.layers.record import Ran, record_of
 from fused_remat.planner.calibration import Example, seconds_of
 from fused_remat.planner.chain import Moment
 from fused_remat.report.step import (
@@ -81,6 +81,7 @@ def measure_step(
     # Not by the setter: policies of layers that were not traced yet are put back unchecked.
     # Policies of a plan are not the preset under which a stage runs again.
     plain = [(m, "__class__", m.stage_of) for m in stages(model)]
+    plain += [(record_of(layer), "stage", "") for layer in layers.values()]
     with attributes_as([*[(layer, "_policy", "full") for layer in layers.values()], *plain]):
         first = run_step(model, modules, args, kwargs, loss, accumulates, capture)
         resting = _resting(model, [args, kwargs], accumulates, capture.examples.values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,8 +55,12 @@ from fused_remat.tracing.trace import CANNOT_RUN, trace_call, why_different
 from fused_remat.tracing.values import SideEffect, Untraceable
 
 #: Traces, or reasons where there is none, by the state of a layer and the arguments of a call; each
-#: with the dimensions of these, the names of tensors whose values decide, and these values.
-KNOWN: dict[Any, list[tuple[Dims, tuple[str | int, ...], tuple[Any, ...], Trace | Reason]]] = {}
+#: with the dimensions of these, the names of tensors whose values decide, these values, and its
+#: number.
+KNOWN: dict[
+    Any, list[tuple[Dims, tuple[str | int, ...], tuple[Any, ...], int, Trace | Reason]]
+] = {}
+_numbers = itertools.count(1)
 #: Largest number of entries of `KNOWN`; of traces of one layer, which runs its own forward then.
 _MOST, _MOST_TRACES = 4096, 24
 #: Number of elements up to which tensors whose values decide are compared at every call.
@@ -83,6 +89,9 @@ class _Notes:
     #: By name, a tensor whose values decide, its version, and a key of its values.
     values: dict[str, Any]
     traces: int = 0
+    #: The last trace that it uses, of its own or others, once it is traced no more: a checkpoint
+    #: around it repeats its own forward although another layer was traced since.
+    last: float = math.inf
     errors: int = 0
     watch: Watch | None = None
     patience: int = _PATIENCE  # number of watches to make, of which none was of use
@@ -269,6 +278,7 @@ class TracedLayer(ConvertedLayer):
         if trace is not None:
             return trace
         if self._notes_of().traces == _MOST_TRACES:
+            self._notes_of().last = min(self._notes_of().last, next(_numbers))
             return Reason(
                 f"it was traced {_MOST_TRACES} times, and its attributes, arguments or "
                 "buffers have changed again; keep them the same between calls",
@@ -281,7 +291,8 @@ class TracedLayer(ConvertedLayer):
             names, dims = {n for d, ns, *_ in entries if d == call.dims for n in ns}, call.dims
             if isinstance(trace, Trace):
                 names, dims = trace.fixed, trace.dims
-            entries.append((dims, (*names,), self._values_of(names, call.leaves), trace))
+            values = self._values_of(names, call.leaves)
+            entries.append((dims, (*names,), values, next(_numbers), trace))
             del entries[:-_MOST]
             if len(KNOWN) > _MOST:
                 del KNOWN[next(iter(KNOWN))]
@@ -290,9 +301,9 @@ class TracedLayer(ConvertedLayer):
     def _known(self, call: Arguments, key: tuple[Any, ...]) -> Trace | Reason | None:
         """Return the trace of an earlier call whose dimensions may be those of this one."""
         reason, values_of = None, functools.cache(lambda names: self._values_of(names, call.leaves))
-        for dims, names, values, trace in [*KNOWN.get(key, ())]:
-            is_same = dims == call.dims
-            if (is_same or call.fits(dims)) and values_of(names) == values:
+        for dims, names, values, number, trace in [*KNOWN.get(key, ())]:
+            is_same, is_old = dims == call.dims, number < self._notes_of().last
+            if is_old and (is_same or call.fits(dims)) and values_of(names) == values:
                 if not isinstance(trace, Trace):
                     applies = is_same and meets(call.sizes, dict(trace.conditions))
                     reason = trace if applies else reason

@@ -154,6 +154,8 @@ def norm(t: Builder, number: int, op: Op | None = None) -> Build | None:
     if layout is None or not layout.is_last or layout != t.layout(source):
         return None
     is_plain = (chain.weight, chain.bias) == (1, 0)
+    if _tokens_of(t, chain.weight) == 1 != _tokens_of(t, chain.bias):
+        return None  # positions that are added: no weight for each token
     if not (is_plain or _has_batch(t, chain.weight) or _has_batch(t, chain.bias)):
         return None
 

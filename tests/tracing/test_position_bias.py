@@ -1,7 +1,9 @@
 """Position biases with gradients, and attention in windows: T5's and Swin's layers as blocks."""
 
 import copy
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -198,6 +200,64 @@ def test_a_stage_repeats_its_forward_once():
 def main_output_of(model, batch):
     with torch.no_grad():
         return main_output(model(**batch))
+
+
+class Counted(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return self.inner(x)
+
+
+def test_a_stage_with_a_layer_that_changes_does_not_run_again():
+    model, batch = made("swin")
+    block = model.encoder.layers[1].blocks[0]
+    block.layernorm_after = counted = Counted(block.layernorm_after)
+    convert(model)
+    with pytest.warns(FusedRematWarning, match="its forward changes layernorm_after.count"):
+        for i in range(4):
+            step(model, batch)
+            assert counted.count == i + 1
+
+
+def test_threads_share_a_stage():
+    model, batch = made("swin")
+    convert(model)
+    for _ in range(3):
+        _, expected = step(model, batch)
+    given, parameters = batch["pixel_values"], [*model.parameters()]
+    names = [name for name, _ in model.named_parameters()]
+
+    def grads(_):
+        y = main_output(model(pixel_values=given))
+        weights = torch.linspace(-1.0, 1.0, y.numel(), dtype=y.dtype).view(y.shape)
+        found = torch.autograd.grad((y * weights).sum(), parameters, allow_unused=True)
+        return {n: g for n, g in zip(names, found, strict=True) if g is not None}
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            results = [*pool.map(grads, range(6))]
+    finally:
+        sys.setswitchinterval(interval)
+    for found in results:
+        assert all(grad.allclose(found[name]) for name, grad in expected.items())
+    assert {layer.policy for layer in fused_layers(model).values()} == {"full"}
+
+
+def test_images_of_many_sizes():
+    """When a layer is traced no more, a stage repeats what each of its layers ran as."""
+    model, _ = made("swin")
+    convert(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusedRematWarning)  # of layers that are traced no more
+        for width in (32, 32, 40, 48, 56, 64, 72, 80):
+            step(model, {"pixel_values": torch.randn(2, 3, 32, width).double()})
 
 
 def test_a_layer_that_ran_plainly_does_so_in_the_replay_of_a_checkpoint():
