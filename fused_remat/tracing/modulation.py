@@ -154,8 +154,10 @@ def norm(t: Builder, number: int, op: Op | None = None) -> Build | None:
     if layout is None or not layout.is_last or layout != t.layout(source):
         return None
     is_plain = (chain.weight, chain.bias) == (1, 0)
-    if _tokens_of(t, chain.weight) == 1 != _tokens_of(t, chain.bias):
-        return None  # positions that are added: no weight for each token
+    by_token = _tokens_of(t, chain.weight) != 1 or _tokens_of(t, chain.bias) != 1
+    is_read_again = max(map(t.uses.count, (chain.base, t.source(chain.base)))) > 1
+    if by_token and (is_read_again or _tokens_of(t, chain.weight) == 1):
+        return None  # a rotation, or positions that are added: no weight for each token
     if not (is_plain or _has_batch(t, chain.weight) or _has_batch(t, chain.bias)):
         return None
 

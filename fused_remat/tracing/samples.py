@@ -166,8 +166,9 @@ class Arguments:
         arguments = map_tree(dict(self.given), own)
         x = leaves(arguments)[self.x]
         params = unpacked_parameters(layer)
-        named = {n: p.detach().requires_grad_(p.requires_grad) for n, p in params.items()}
-        named |= dict(layer.named_buffers())
+        of = {n: p for n, p in params.items() if p.requires_grad}
+        named = {**params, **dict(layer.named_buffers())}
+        named = {n: _widened(t.detach(), widens).requires_grad_(n in of) for n, t in named.items()}
         return Sample(self.sizes, x.dtype, named, arguments, self.active)
 
     def sample(
@@ -285,9 +286,11 @@ def _first(t: Tensor, dims: Sequence[str | int], most: int, widens: bool) -> Ten
     for i, dim in enumerate(dims):
         if isinstance(dim, str) and dim[-1] == "B":
             first = first.narrow(i, 0, min(most * int(dim[:-1] or 1), first.shape[i]))
-    if widens and t.is_floating_point() and t.itemsize < 4:
-        first = first.float()
-    return first.requires_grad_(t.requires_grad)
+    return _widened(first, widens).requires_grad_(t.requires_grad)
+
+
+def _widened(t: Tensor, widens: bool) -> Tensor:
+    return t.float() if widens and t.is_floating_point() and t.itemsize < 4 else t
 
 
 def _size(dim: str | int) -> int | Size:

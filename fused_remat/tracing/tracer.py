@@ -21,7 +21,7 @@ from fused_remat.steps.norm import HeadNorm, Norm
 from fused_remat.steps.replay import Reorder, Replay
 from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
-from fused_remat.steps.streams import Join
+from fused_remat.steps.streams import Concat, Join
 from fused_remat.tracing.builder import Build, Builder
 from fused_remat.tracing.heads import norms_of_heads
 from fused_remat.tracing.modulation import joined
@@ -258,8 +258,12 @@ def _ordered(nodes: Mapping[str, Node], sides: Sequence[str]) -> list[Node]:
 def _heads(nodes: Mapping[str, Node], name: str) -> list[str]:
     """Return the activations to keep instead of heads that are cheap to compute from them."""
     node = nodes.get(name)
-    if isinstance(node, Join) or (isinstance(node, Rotary) and isinstance(nodes[node.x], Join)):
-        return [source for x in node.inputs for source in _heads(nodes, x)]
+    if type(node) is Norm and isinstance(nodes.get(node.x), Linear):
+        return [node.x]  # queries or keys that are normed across heads
+    is_rotary = isinstance(node, Rotary) and isinstance(nodes[node.x], (Join, Concat, Norm))
+    if isinstance(node, (Join, Concat)) or is_rotary:
+        inputs = () if node is None else node.inputs
+        return [source for x in inputs for source in _heads(nodes, x)]
     needs = node.needs(node.inputs) if isinstance(node, (HeadNorm, Replay, Rotary)) else ()
     return [needs[0] if len(needs) == 1 and needs[0] in nodes else name]
 
@@ -269,15 +273,14 @@ def _with_roles(nodes: list[Node]) -> list[Node]:
     roles: dict[str, str] = {}
     by_name = {node.name: node for node in nodes}
     residuals = {getattr(node, "residual", "") for node in nodes}
+    for name in (x for node in nodes if isinstance(node, Attention) for x in node.inputs):
+        roles.update(dict.fromkeys(_heads(by_name, name), "heads"))
     for node in nodes:
-        if isinstance(node, Attention):
-            for name in node.inputs:
-                roles.update(dict.fromkeys(_heads(by_name, name), "heads"))
         if isinstance(node, MLPActivation):
             for name in filter(None, (node.gate, node.up)):
                 roles.setdefault(name, "hidden")
         x = by_name.get(node.x) if isinstance(node, Norm) and node.stats else None
-        if x is not None and x.name not in residuals:
+        if x is not None and x.name not in residuals and roles.get(x.name) != "heads":
             residual = getattr(x, "residual", "")
             if (residual and x.name != "output") or (
                 not residual and isinstance(x, (Linear, Replay))

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.commands import architectures as measured
 from bench.subjects.diffusion import DIFFUSERS, B
-from fused_remat import conversion, convert
+from fused_remat import conversion, convert, explain
 from fused_remat.execution.observe import OBSERVERS
+from fused_remat.steps.rotary import Rotary
 
 pytest.importorskip("diffusers")
 
@@ -291,6 +292,35 @@ def test_blocks_run_once_hooks_are_removed(kind, hooked):
             module._diffusers_hook.remove_hook("group_offloading", recurse=False)
     assert_same(step(model, batch), expected)
     assert [each.state for each in conversion(model)] == ["converted"]
+
+
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_autocast_of_a_model_in_16_bits(name):
+    """A stream of float32, which times and positions make, meets parameters of bfloat16."""
+    model, batch = build(name, torch.bfloat16)
+    found = []
+    for one in (copy.deepcopy(model), convert(model)):
+        with torch.autocast("cpu", torch.bfloat16):
+            (y,) = one(**batch)
+        y.float().square().mean().backward()
+        found.append(torch.cat([p.grad.double().flatten() for p in one.parameters()]))
+    assert {kind.state for kind in conversion(model)} == {"converted"}
+    assert (found[1] - found[0]).norm() <= 0.05 * found[0].norm()
+
+
+@pytest.mark.parametrize("name", ["wan", "wan_ti2v", "ltx"])
+def test_lean_keeps_attention_of_queries_normed_across_heads(name):
+    model, batch = build(name)
+    block = explain(convert(model, policy="lean"), **batch)[0]
+    kept = [name for name in block.kept if "." not in name]
+    assert kept == ["input", "memory", "attn1", "attn2"]
+    rotary = [type(node) for node in block_nodes(model) if isinstance(node, Rotary)]
+    assert rotary and not any("mul" in step for step, _ in block.forward)
+
+
+def block_nodes(model):
+    layer = next(m for m in model.modules() if hasattr(m, "last_trace"))
+    return layer.last_trace.graph.nodes
 
 
 @pytest.mark.parametrize("name", ["flux", "wan_ti2v"])
