@@ -9,7 +9,7 @@ its tensors are complete. Autograd adds those to `.grad`, and frees them, before
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,6 @@ from fused_remat.autograd.gradients import finish
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 
-#: A backward pass that has been started: it yields gradients by name, the block's own at last.
-Stages = Iterator[Mapping[str, Tensor]]
 Dims = tuple[int, int]
 
 
@@ -66,12 +64,12 @@ class Delivery(torch.autograd.Function):
             saved, count = block.saved_tensors, len(names)
             executor.check_unchanged(names, ctx.execution.given, block.dtypes, saved, dy)
             operands = saved[:count], saved[count + 1 :], saved[count], dy
-            block.output_grads = output_grads(block, dy)
-            block.stages[current_pass()] = executor.stages(
-                ctx.execution, *operands, block.functions, side_grads(block)
-            )
-        stages = block.stages.get(current_pass())
-        if stages is None:  # a rare pass: its first node computes what all of them give
+            given = output_grads(block, dy)
+            stages = executor.stages(ctx.execution, *operands, block.functions, side_grads(block))
+            block.stages[current_pass()] = stages, given
+        if (
+            current_pass() not in block.stages
+        ):  # a rare pass: its first node computes what all of them give
             if current_pass() not in block.rare:
                 needed = asked(block).union(*map(_asked, nodes[:-1]))
                 grads = rare_grads(block, dy, needed) if needed else None
@@ -80,7 +78,7 @@ class Delivery(torch.autograd.Function):
             if grads is None:
                 return (None, None, None, dy, *(None for _ in ctx.dims))
         else:
-            grads = finish(block, dy, advance(block, stages, dy), frozenset(ctx.dims))
+            grads = finish(block, dy, advance(block, dy), frozenset(ctx.dims))
         of = dict(zip(names, grads, strict=True))
         found = [(of[name], dims) for name, dims in ctx.dims.items()]
         return (None, None, None, dy, *(g if g is None else g.transpose(*d) for g, d in found))
@@ -119,22 +117,23 @@ def _leaf(t: Any) -> tuple[Tensor, Dims]:
     return t, (0, 0)
 
 
-def advance(block: Any, stages: Stages, dy: Tensor) -> list[Tensor | None]:
+def advance(block: Any, dy: Tensor) -> list[Tensor | None]:
     """Return the next gradients of a pass, in the order of the call's tensors.
 
     A rescue (`run_block`) replaces the rest of a pass that raises.
     """
     names = block.execution.call.graph.tensors
+    stages, given = block.stages[current_pass()]
     try:
         with executor.autocast_off(dy):
             grads = next(stages)
     except Exception as error:
-        found = rescued(block, error, block.output_grads)
+        found = rescued(block, error, given)
         if found is None:
             del block.stages[current_pass()]
             raise
         grads = dict(zip(names, found, strict=True))
-        block.stages[current_pass()] = itertools.repeat(grads)
+        block.stages[current_pass()] = itertools.repeat(grads), given
     return [grads.get(name) for name in names]
 
 
@@ -142,9 +141,9 @@ def remaining(block: Any, dy: Tensor) -> list[Tensor | None]:
     """Return the gradients that the block's own node returns, those of no delivery."""
     names, needs_grad = block.execution.call.graph.tensors, block.execution.needs_grad
     needs_grad -= block.delivered
-    if (stages := block.stages.get(current_pass())) is not None:
-        grads = advance(block, stages, dy)
-        del block.stages[current_pass()], block.output_grads
+    if current_pass() in block.stages:
+        grads = advance(block, dy)
+        del block.stages[current_pass()]
         finish(block, dy, grads, needs_grad)
     elif current_pass() in block.rare:
         grads = block.rare.pop(current_pass()) or [None] * len(names)

@@ -137,10 +137,8 @@ def backward(
         return grads
 
     special = functions or watch is not None or sink is not None or _is_observed()
-    program, given = (
-        None,
-        (*tensors, *kept, out, *(execution.of_sides(side) if side else execution.no_sides), dy),
-    )
+    sides = execution.of_sides(side) if side else execution.no_sides
+    program, given = None, (*tensors, *kept, out, *sides, dy)
     if not (special or isinstance(execution.programs, str)):
         program = execution.programs.find("backward", given)
     grads = steps() if program is None else program(given, steps)
@@ -165,13 +163,8 @@ def stages(
     arguments = execution, tensors, kept, out, dy, functions, side
     steps = functools.partial(_stages, *arguments, delivers=execution.delivers)
     if not (functions or _is_observed() or isinstance(execution.programs, str)):
-        given = (
-            *tensors,
-            *kept,
-            out,
-            *(execution.of_sides(side) if side else execution.no_sides),
-            dy,
-        )
+        sides = execution.of_sides(side) if side else execution.no_sides
+        given = (*tensors, *kept, out, *sides, dy)
         program = execution.programs.find("stages", given)
         if program is not None:
             return program(given, steps)  # type: ignore[no-any-return]

@@ -32,6 +32,10 @@ NOTES = ("_record", "last_trace", "_trace_notes")
 #: How many different reasons are counted for a layer; calls with others count together.
 _MOST_REASONS = 8
 _order = itertools.count(1)
+_LEAF = (
+    "; under DeepSpeed ZeRO-3, deepspeed.utils.set_z3_leaf_modules(model, [type(layer)]) before "
+    "deepspeed.initialize makes it gather the entire layer"
+)
 
 
 class _Stages(threading.local):
@@ -41,10 +45,6 @@ class _Stages(threading.local):
 
 
 STAGES = _Stages()
-_LEAF = (
-    "; under DeepSpeed ZeRO-3, deepspeed.utils.set_z3_leaf_modules(model, [type(layer)]) before "
-    "deepspeed.initialize makes it gather the entire layer"
-)
 
 
 @dataclass(eq=False)

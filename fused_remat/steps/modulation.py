@@ -83,9 +83,13 @@ class ModulatedNorm(Norm):
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         marks = (self.x in needs_grad, self.weight in needs_grad, self.bias in needs_grad)
         rows = rows_of(chunk, self)
-        if not (marks[0] or marks[1] or self.by_token):
-            sums = [chunk.ops[bias_grad](dy[lo:hi]) for _, lo, hi in rows.spans(len(dy))]
-            add_condition_grad(chunk, self, self.bias, torch.stack(sums), rows)
+        if not (marks[0] or marks[1]):
+            if self.by_token:
+                sums = dy.to(torch.promote_types(dy.dtype, torch.float32), copy=True)
+            else:
+                spans = rows.spans(len(dy))
+                sums = torch.stack([chunk.ops[bias_grad](dy[lo:hi]) for _, lo, hi in spans])
+            add_condition_grad(chunk, self, self.bias, sums, rows)
             return
         prior, _ = chunk.grads.pop(self.x, (None, False))
         stats = tuple([chunk[stat] for stat in self.stats])

@@ -253,13 +253,13 @@ class Replay(Node):
         owner = chunk.owner
         partial = partial or owner.partial
         dtype = torch.promote_types(grad.dtype, torch.float32) if partial else grad.dtype
-        whole = owner.tensors[name]
-        assert whole is not None
-        if name not in self.batched or grad.shape == whole.shape:
+        tensor = owner.tensors[name]
+        assert tensor is not None
+        if name not in self.batched or grad.shape == tensor.shape:
             chunk.add_param_grad(name, grad.to(dtype, copy=not owned))
             return
         if name not in owner.param_grads:
-            owner.param_grads[name] = torch.zeros(whole.shape, dtype=dtype, device=grad.device)
+            owner.param_grads[name] = torch.zeros(tensor.shape, dtype=dtype, device=grad.device)
         owner.param_grads[name][chunk.seqs[0] : chunk.seqs[1]].add_(grad)
 
 

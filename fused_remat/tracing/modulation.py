@@ -93,8 +93,9 @@ def _is_condition(t: Builder, x: int, value: Any) -> bool:
     if not t.recording.values[value.index].is_floating_point():
         return False
     batch, rows, width = (1, 1, 1, *shape)[-3:]
-    if rows != 1 and not (t.counts(rows, layout.names) and width == layout.width):
-        return False  # the values (B, S, 1) of a mask stay what they are
+    is_of_tokens = len(shape) == 3 and t.counts(rows, layout.names) and width == layout.width
+    if rows != 1 and not is_of_tokens:
+        return False  # such as the values (B, S, 1) of a mask
     return len(shape) < 4 and batch in (1, Size(1, ("B",))) and width in (1, layout.width)
 
 

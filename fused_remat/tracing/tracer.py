@@ -260,10 +260,10 @@ def _heads(nodes: Mapping[str, Node], name: str) -> list[str]:
     node = nodes.get(name)
     if type(node) is Norm and isinstance(nodes.get(node.x), Linear):
         return [node.x]  # queries or keys that are normed across heads
-    is_rotary = isinstance(node, Rotary) and isinstance(nodes[node.x], (Join, Concat, Norm))
-    if isinstance(node, (Join, Concat)) or is_rotary:
-        inputs = () if node is None else node.inputs
-        return [source for x in inputs for source in _heads(nodes, x)]
+    if isinstance(node, Rotary) and isinstance(nodes[node.x], (Join, Concat, Norm)):
+        return _heads(nodes, node.x)
+    if isinstance(node, (Join, Concat)):
+        return [source for x in node.inputs for source in _heads(nodes, x)]
     needs = node.needs(node.inputs) if isinstance(node, (HeadNorm, Replay, Rotary)) else ()
     return [needs[0] if len(needs) == 1 and needs[0] in nodes else name]
 

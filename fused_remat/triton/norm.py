@@ -212,14 +212,14 @@ def _with_sums(
     strip = block_m * max(1, cdiv(tokens, block_m * cdiv(programs, count)))
     shape = cdiv(tokens, strip), count * width
     totals = (dweight, dbias)
-    alone = shape[0] == 1  # then it is the total
-    parts = [t if t is None or alone else launch.scratch(t, shape) for t in totals]
+    is_total = shape[0] == 1  # one part, which the first kernel writes in place
+    parts = [t if t is None or is_total else launch.scratch(t, shape) for t in totals]
     args = (*inputs, *parts, sequences, strip, rows, width)
     grid = (*columns, shape[0] * count)
     first = Launch(kernel, grid, args, blocks, warps, device=x.device)
     pairs = zip(parts, totals, strict=True)
     wanted = [(part, total) for part, total in pairs if part is not None and total is not None]
-    return [first, *([column_sum(*wanted[0], *wanted[1:])] if wanted and not alone else [])]
+    return [first, *([column_sum(*wanted[0], *wanted[1:])] if wanted and not is_total else [])]
 
 
 def _count_and_tokens(rows: int, sequences: Sequences | None) -> tuple[int, int]:

@@ -305,7 +305,8 @@ def test_autocast_of_a_model_in_16_bits(name):
         y.float().square().mean().backward()
         found.append(torch.cat([p.grad.double().flatten() for p in one.parameters()]))
     assert {kind.state for kind in conversion(model)} == {"converted"}
-    assert (found[1] - found[0]).norm() <= 0.05 * found[0].norm()
+    # Both round to bfloat16 in other places: 0.003 was measured.
+    assert (found[1] - found[0]).norm() <= 0.02 * found[0].norm()
 
 
 @pytest.mark.parametrize("name", ["wan", "wan_ti2v", "ltx"])

@@ -128,6 +128,30 @@ class WideByToken(Own):
         return (x.float() + self.mlp(h).float() * f).type_as(x)
 
 
+class Shifted(nn.Module):
+    """Of the condition of each token, the shift alone is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH, elementwise_affine=False), MLP()
+        self.shift, self.scale = (nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x) * (1 + c * self.scale) + c * self.shift)
+
+
+class Placed(nn.Module):
+    """A norm that is scaled for each sequence, and places that are added."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), MLP()
+        self.places = nn.Parameter(torch.ones(S, WIDTH))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x) * (1 + c[:, :1]) + self.places)
+
+
 class OfItself(Own):
     """A condition that the stream itself gives is replayed."""
 
@@ -216,6 +240,20 @@ def test_a_condition_from_the_stream_is_replayed():
     model = converted(stock)
     assert_same(step(model, *call(2)), step(stock, *call(2)), EXACT, strict=False)
     assert not kinds(model)[ModulatedNorm] and kinds(model)[Replay]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layer, trained", [(Shifted, "shift"), (Placed, "")])
+def test_given_conditions_of_tokens(layer, trained, policy):
+    torch.manual_seed(0)
+    stock = Model(layer()).double()
+    _frozen(stock, trained)
+    fused = converted(stock, policy=policy)
+    x, c = normal(3, S, WIDTH).double(), normal(3, S, WIDTH, seed=5).double()
+    with chunks_of(7):
+        assert_same(step(fused, x, c), step(stock, x, c), EXACT)
+    nodes = graphs(fused)[0].nodes
+    assert [n.by_token for n in nodes if isinstance(n, ModulatedNorm)] == [layer is Shifted]
 
 
 class Conditioned(nn.Module):

@@ -252,12 +252,16 @@ def test_threads_share_a_stage():
 
 def test_images_of_many_sizes():
     """When a layer is traced no more, a stage repeats what each of its layers ran as."""
-    model, _ = made("swin")
-    convert(model)
+    stock, _ = made("swin")
+    model = convert(copy.deepcopy(stock))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FusedRematWarning)  # of layers that are traced no more
         for width in (32, 32, 40, 48, 56, 64, 72, 80):
-            step(model, {"pixel_values": torch.randn(2, 3, 32, width).double()})
+            batch = {"pixel_values": torch.randn(2, 3, 32, width).double()}
+            (y, grads), (expected, others) = step(model, batch), step(stock, batch)
+            torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+            assert all(grads[key].allclose(grad, atol=1e-7) for key, grad in others.items())
+    assert "checkpointed" in {kind.state for kind in conversion(model)}
 
 
 def test_a_layer_that_ran_plainly_does_so_in_the_replay_of_a_checkpoint():
