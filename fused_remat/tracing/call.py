@@ -128,27 +128,38 @@ class Trace:
                 transposed = name in block.transposed
                 functions[name] = functools.partial(together.in_backward, number, transposed)
 
-        def result(out: Tensor, *sides: Tensor) -> Any:
-            number, layout = block.out
-            count, known = len(block.records), {**values}
-            for (path, of), side in zip(block.records.items(), sides[:count], strict=True):
-                logits = of.value(side.reshape(-1, of.width), sizes)
-                record(layer.get_submodule(path), x, logits)
-            for (n, of), side in zip(block.streams, sides[count:], strict=True):
-                known[n] = of.value(side.reshape(-1, of.width), sizes)
-            plain = layout.factors == (("B",), ("S",), (out.shape[-1],))  # a segment knows it then
-            y = out if plain else layout.value(out.reshape(-1, layout.width), sizes)
-            known[number], positions = y, itertools.count()
+        known = layer, x, values, context, rerun
+        return tensors, functions, functools.partial(self._result, *known)
 
-            def part(leaf: Any) -> Any:
-                i = next(positions)
-                if isinstance(leaf, Returned):
-                    return leaf.like(rerun and (lambda name: leaves(rerun(name))[i]))
-                return leaf_value(leaf, known, context)
+    def _result(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        values: Mapping[int, Any],
+        context: Context,
+        rerun: Callable[[str], Any] | None,
+        out: Tensor,
+        *sides: Tensor,
+    ) -> Any:
+        """Return the result of the layer from the block's outputs."""
+        block, sizes, (number, layout) = self.block, context.sizes, self.block.out
+        count, known = len(block.records), {**values}
+        for (path, of), side in zip(block.records.items(), sides[:count], strict=True):
+            logits = of.value(side.reshape(-1, of.width), sizes)
+            record(layer.get_submodule(path), x, logits)
+        for (n, of), side in zip(block.streams, sides[count:], strict=True):
+            known[n] = of.value(side.reshape(-1, of.width), sizes)
+        plain = layout.factors == (("B",), ("S",), (out.shape[-1],))  # a segment knows it then
+        y = out if plain else layout.value(out.reshape(-1, layout.width), sizes)
+        known[number], positions = y, itertools.count()
 
-            return map_tree(block.result, part)
+        def part(leaf: Any) -> Any:
+            i = next(positions)
+            if isinstance(leaf, Returned):
+                return leaf.like(rerun and (lambda name: leaves(rerun(name))[i]))
+            return leaf_value(leaf, known, context)
 
-        return tensors, functions, result
+        return map_tree(block.result, part)
 
     def _check_masks(self, values: Mapping[int, Any], given: Sequence[Any]) -> None:
         """Raise Untraceable if a mask that is a fill hides all keys from a query."""

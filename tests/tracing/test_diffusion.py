@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.commands import architectures as measured
 from bench.subjects.diffusion import DIFFUSERS, B
-from fused_remat import conversion, convert, explain
+from fused_remat import conversion, convert, explain, revert
 from fused_remat.execution.observe import OBSERVERS
 from fused_remat.steps.rotary import Rotary
 
@@ -143,6 +143,26 @@ def test_adapters_after_conversion(name):
     model.load_state_dict(stock.state_dict())
     assert_same(step(model, batch), step(stock, batch))
     assert {kind.state for kind in conversion(model)} == {"converted"}
+
+
+@pytest.mark.composes("Diffusers", "adapters saved, loaded and fused; generating; `revert`")
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_adapters_are_saved_loaded_and_fused(name, tmp_path):
+    stock, batch = build(name)
+    model = convert(copy.deepcopy(stock))
+    other = convert(copy.deepcopy(stock))
+    adapt(model)
+    step(model, batch)
+    model.save_lora_adapter(tmp_path)
+    file = "pytorch_lora_weights.safetensors"
+    for one in (stock, other):
+        one.load_lora_adapter(tmp_path, weight_name=file, prefix=None)
+    with torch.no_grad():
+        expected = stock.eval()(**batch)[0]
+        for change in (lambda: None, model.eval, model.fuse_lora, lambda: revert(model)):
+            change()
+            torch.testing.assert_close(model(**batch)[0], expected, rtol=1e-6, atol=1e-6)
+    assert_same(step(other, batch), step(stock, batch))
 
 
 @pytest.mark.composes(

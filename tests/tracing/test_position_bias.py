@@ -17,6 +17,7 @@ from fused_remat.execution.prepare import chunks_of
 from fused_remat.layers.converted import Stage
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.replay import Reorder, Replay
+from fused_remat.tracing.layer import KNOWN
 from fused_remat.tracing.program import layout_of_heads
 from fused_remat.tracing.sizes import Size
 
@@ -252,6 +253,7 @@ def test_threads_share_a_stage():
 
 def test_images_of_many_sizes():
     """When a layer is traced no more, a stage repeats what each of its layers ran as."""
+    KNOWN.clear()  # traces of other tests would serve
     stock, _ = made("swin")
     model = convert(copy.deepcopy(stock))
     with warnings.catch_warnings():
