@@ -248,6 +248,20 @@ def around_layers(model: nn.Module, enabled: bool) -> None:
         if run is not None and is_ours != enabled and not isinstance(module, FusedLayer):
             func = functools.partial(_unless_fused, run) if enabled else run.args[0]
             vars(module)["_gradient_checkpointing_func"] = func
+        if enabled and hasattr(module, _ENABLE):
+            vars(module)[_ENABLE] = functools.partial(_enable_around, module)
+        elif not enabled:
+            vars(module).pop(_ENABLE, None)
+
+
+#: The method of diffusers' models that enables checkpointing, and replaces its function.
+_ENABLE = "enable_gradient_checkpointing"
+
+
+def _enable_around(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Enable the checkpointing of a converted model, around what is not converted alone."""
+    type(model).enable_gradient_checkpointing(model, *args, **kwargs)
+    around_layers(model, True)
 
 
 def stages(model: nn.Module) -> list[Any]:

@@ -93,6 +93,7 @@ class _Notes:
     #: around it repeats its own forward although another layer was traced since.
     last: float = math.inf
     errors: int = 0
+    by_values: bool = False  # whether the values of tensors may decide which trace applies
     watch: Watch | None = None
     patience: int = _PATIENCE  # number of watches to make, of which none was of use
 
@@ -216,11 +217,14 @@ class TracedLayer(ConvertedLayer):
         if x is not None and not x.numel():
             return Reason("its input is empty", quiet=True)
         trace = self._new_trace(given, records)
-        if isinstance(trace, Trace) and watch is not None:
-            names = (*trace.fixed,)
+        names = trace.fixed if isinstance(trace, Trace) else ()
+        if watch is not None and (isinstance(trace, Trace) or not self._notes_of().by_values):
             if len(watch.calls) >= _MOST_CALLS:
                 watch.calls = {}
-            watch.calls[signature] = trace, names, self._values_of(names, flat)
+            if isinstance(trace, Trace):  # which may serve calls that had none
+                calls = watch.calls.items()
+                watch.calls = {key: each for key, each in calls if isinstance(each[0], Trace)}
+            watch.calls[signature] = trace, (*names,), self._values_of(names, flat)
         return trace
 
     def _watched(self) -> Watch | None:
@@ -233,7 +237,7 @@ class TracedLayer(ConvertedLayer):
             notes.patience = _PATIENCE
             return watch
         notes.watch = None
-        if notes.patience and isinstance(self.last_trace, Trace):
+        if notes.patience and self.last_trace is not None:
             notes.patience -= 1
             with contextlib.suppress(Exception):  # of an attribute's own code, too
                 notes.watch = Watch(self)
@@ -292,6 +296,7 @@ class TracedLayer(ConvertedLayer):
             if isinstance(trace, Trace):
                 names, dims = trace.fixed, trace.dims
             values = self._values_of(names, call.leaves)
+            self._notes_of().by_values |= bool(names)
             entries.append((dims, (*names,), values, next(_numbers), trace))
             del entries[:-_MOST]
             if len(KNOWN) > _MOST:
@@ -303,6 +308,7 @@ class TracedLayer(ConvertedLayer):
         reason, values_of = None, functools.cache(lambda names: self._values_of(names, call.leaves))
         for dims, names, values, number, trace in [*KNOWN.get(key, ())]:
             is_same, is_old = dims == call.dims, number < self._notes_of().last
+            self._notes_of().by_values |= bool(names)
             if is_old and (is_same or call.fits(dims)) and values_of(names) == values:
                 if not isinstance(trace, Trace):
                     applies = is_same and meets(call.sizes, dict(trace.conditions))

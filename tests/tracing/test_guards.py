@@ -260,6 +260,20 @@ def test_a_layer_changes_after_two_calls(name, slow):
     compare(stock, model, change, x_of(), x_of(seed=2))
 
 
+def test_a_layer_without_a_block_is_watched_too(slow):
+    stock, model = pair(hard.SignBranch)
+    seen = []
+
+    def change(layer):
+        seen.append(len(slow))
+        layer.branch = functools.partial(hard.Layer.branch, layer)
+
+    later = x_of(seed=3), change, x_of(), x_of(seed=2)
+    compare(stock, model, x_of(), x_of(seed=2), lambda layer: slow.clear(), *later)
+    assert not any(seen) and slow
+    assert isinstance(model.layers[0].last_trace, Trace)
+
+
 def test_arguments_change(slow):
     stock, model = pair(altered.ShiftArgument)
     for i in range(3):
