@@ -208,15 +208,31 @@ def _narrowed(
     Groups, tiles and rebuilt bits are the same. A schedule for fewer gradients reads nothing that a
     schedule for more does not read, so all of it was kept.
     """
+    known = execution.narrowed
+    if (needs_grad, dead) not in known:
+        if len(known) >= _MOST_NARROWED:
+            known.clear()
+        known[needs_grad, dead] = _with_gradients_of(execution, needs_grad, dead)
+    less = known[needs_grad, dead]
+    names = frozenset(less.plan.kept)
+    reads = [t for (name, _), t in zip(execution.kept_chunks(), kept, strict=True) if name in names]
+    return less, reads
+
+
+#: Number of executions of one call with fewer gradients that are held.
+_MOST_NARROWED = 16
+
+
+def _with_gradients_of(
+    execution: Execution, needs_grad: frozenset[str], dead: frozenset[str]
+) -> Execution:
     call, tiled, fusions = execution.call, execution.chunks.tiled, execution.fusions
     if dead:
         reached = needs_by_node(call.graph, needs_grad, dead).values()
         needs_grad = needs_grad.intersection(frozenset().union(*reached))
     plan = schedule(call.graph, call.save, needs_grad, tiled, fusions, dead)
-    names = frozenset(plan.kept)
-    reads = [t for (name, _), t in zip(execution.kept_chunks(), kept, strict=True) if name in names]
     call = replace(call, needs_grad=needs_grad)
-    return replace(execution, call=call, plan=plan, needs_grad=needs_grad), reads
+    return replace(execution, call=call, plan=plan, needs_grad=needs_grad)
 
 
 def _buffers(ctx: Any, needs_grad: frozenset[str], creates_graph: bool) -> dict[str, Tensor] | None:

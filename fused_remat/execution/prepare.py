@@ -161,6 +161,11 @@ class Execution(Layout):
         return made, self.of_steps(functions)
 
     @functools.cached_property
+    def narrowed(self) -> dict[Any, Execution]:
+        """Executions of the call with fewer gradients, by what a backward pass takes."""
+        return {}
+
+    @functools.cached_property
     def no_sides(self) -> tuple[None, ...]:
         """None for each side output."""
         return (None,) * len(self.call.graph.side_outputs)

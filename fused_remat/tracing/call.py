@@ -119,11 +119,16 @@ class Trace:
             value, chain = values[number], block.chains[number]
             tensors[name] = value.t() if name in block.transposed else value
             free = number in rebuilt.outs or not value.requires_grad
-            is_root = _shares(value, [roots[n] for n in chain.roots])
-            if chain.ops and value.numel() >= _LARGE and free and not is_root:
+            if not (chain.ops and free and value.numel() >= _LARGE):
+                continue
+            if not _shares(value, [roots[n] for n in chain.roots]):
                 again[name] = number
         if again:
-            together = rebuild(block.together(frozenset(again.values())))
+            few = sum(values[n].numel() for n in again.values()) <= x.numel()
+            if few and {*again.values()} == {*rebuilt.outs}:  # their gradients follow soon
+                together, attached.keeps_graph = attached, True
+            else:
+                together = rebuild(block.together(frozenset(again.values())))
             for name, number in again.items():
                 transposed = name in block.transposed
                 functions[name] = functools.partial(together.in_backward, number, transposed)
@@ -246,6 +251,15 @@ class Rebuild:
         self.roots = {n: values[n] for n in operations.roots}
         self.versions = [t._version for t in self.roots.values()]
         self.made = dict[int, Tensor]()  # in the present pass, and not taken yet
+        #: Whether values of backward are computed under autograd, and roots and values that were,
+        #: until their gradients are there.
+        self.keeps_graph, self.graph = False, list[list[Tensor]]()
+
+    def under_autograd(self) -> list[list[Tensor]]:
+        """Return roots, detached, and the values that the operations compute from them."""
+        roots = [t.detach().requires_grad_(t.requires_grad) for t in self.roots.values()]
+        with torch.enable_grad():
+            return [roots, self.run(dict(zip(self.roots, roots, strict=True)))]
 
     def run(self, roots: Mapping[int, Any]) -> list[Tensor]:
         """Return the values that the operations compute."""
@@ -265,8 +279,11 @@ class Rebuild:
                 "modified by an inplace operation between forward and backward"
             )
         if number not in self.made:
+            self.graph = self.under_autograd() if self.keeps_graph else []
             with torch.no_grad():
-                self.made = dict(zip(self.operations.outs, self.run(self.roots), strict=True))
+                values = self.graph[1] if self.graph else self.run(self.roots)
+            pairs = zip(self.operations.outs, values, strict=True)
+            self.made = {n: t.detach() for n, t in pairs}
         value = self.made.pop(number)
         return value.t() if transposed else value
 
@@ -290,17 +307,15 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         creates_graph = torch.is_grad_enabled()
-        rebuild, needs = ctx.rebuild, ctx.needs_input_grad[1:]
-        pairs = zip(ctx.saved_tensors, needs, strict=True)
-        roots = [t.detach().requires_grad_(need) for t, need in pairs]
-        with torch.enable_grad():
-            values = rebuild.run(dict(zip(rebuild.roots, roots, strict=True)))
+        rebuild, needs, _ = ctx.rebuild, ctx.needs_input_grad[1:], ctx.saved_tensors  # checks them
+        roots, values = rebuild.graph or rebuild.under_autograd()
+        rebuild.graph = []
         pairs = zip(values, grads, strict=True)
         outs = [(t, g) for t, g in pairs if g is not None and t.requires_grad]
         if not outs:
             return (None,) * (1 + len(roots))
         ys, dys = zip(*outs, strict=True)
-        inputs = [t for t in roots if t.requires_grad]
+        inputs = [t for t, need in zip(roots, needs, strict=True) if need]
         root_grads = iter(torch.autograd.grad(ys, inputs, dys, allow_unused=True))
         result = [next(root_grads) if need else None for need in needs]
         return (None, *(not_differentiable(result) if creates_graph else result))

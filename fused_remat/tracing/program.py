@@ -240,7 +240,11 @@ def run_op(op: Op, values: dict[int, Any], call: Context) -> None:
             return leaf_value(leaf, values, call._replace(dtype=[*of, call.dtype][0]))
         return leaf_value(leaf, values, call)
 
-    args, kwargs = map_tree(op.args, value), map_tree(op.kwargs, value)
+    if op.is_flat:
+        args: Any = [values[a.index] if isinstance(a, Ref) else a for a in op.args]
+        kwargs = op.kwargs
+    else:
+        args, kwargs = map_tree(op.args, value), map_tree(op.kwargs, value)
     if op.module is not None:
         result = op.run(call.modules(op.module), *args, **kwargs)
     elif op.p and op.name == "dropout":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -154,6 +155,12 @@ class Op:
     @property
     def writes(self) -> list[int]:
         return [n for n in self.outs if n is not None]
+
+    @functools.cached_property
+    def is_flat(self) -> bool:
+        """Whether each argument is a value, or a constant of every call."""
+        rest = leaves([a for a in (*self.args, self.kwargs) if not isinstance(a, Ref)])
+        return not any(leaf is STREAM or isinstance(leaf, Ref | Size | Limit) for leaf in rest)
 
 
 def ops_for(
