@@ -26,7 +26,8 @@ from torch import Tensor
 from fused_remat.execution.calls import NOT_FROZEN, Recorder, UnrepeatableError, Yield
 from fused_remat.execution.choose import backend_of
 from fused_remat.execution.source import source_of
-from fused_remat.steps.attention_call import switches
+from fused_remat.steps.attention import Attention
+from fused_remat.steps.attention_call import is_near, switches
 
 if TYPE_CHECKING:
     from fused_remat.execution.prepare import Execution
@@ -65,6 +66,8 @@ class Programs:
         self.sides = tuple([f"d_{name}" for name in execution.call.graph.side_outputs])
         self.deliveries = len(execution.delivered)
         self.on_cuda, self.launches = self.device.type == "cuda", execution.ops.name != "eager"
+        nodes = execution.call.graph.nodes
+        self.attentions = [node for node in nodes if isinstance(node, Attention) and node.params]
         #: By kind, a program, why there is none, or how often the pass has run.
         self.passes: dict[Any, Program | str | int] = {}
         self.lines, self.retries = 0, 3  # lines in these programs, and further attempts
@@ -86,7 +89,13 @@ class Programs:
             state += switches()
         elif not _has_mkldnn():
             state += (False,)
-        tensors = [t for t in given if t is not None]
+        tensors, named = (
+            [t for t in given if t is not None],
+            dict(zip(self.names, given, strict=False)),
+        )
+        masks = [node.float_mask(named) for node in self.attentions]
+        if not all([mask is None or is_near(mask) for mask in masks]):
+            return None  # steps choose another implementation
         try:
             is_view = name != "forward" and given[-1]._base is not None  # type: ignore[union-attr]
             kind = (

@@ -347,7 +347,14 @@ class Attention(Node):
             lengths=_sequences(chunk, chunk.param(self.lengths)),
             cu_q=chunk.param(self.cu_q),
             cu_k=chunk.param(self.cu_k),
+            entire=self.float_mask(owner.tensors),
         )  # fmt: skip
+
+    def float_mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
+        """Return the mask of a call that has one alone, if it is a float mask on a CPU."""
+        names = [name for name in (self.mask, self.padding, self.lengths) if name]
+        mask = tensors[names[0]] if len(names) == 1 else None
+        return mask if mask is not None and mask.is_cpu and mask.is_floating_point() else None
 
     def _part_of_mask(self, chunk: Chunk, mask: Tensor | None) -> Tensor | None:
         # The mask is (S_q, S_k), (B*H, S_q, S_k), or broadcasts to (B, H, S_q, S_k); B counts

@@ -19,7 +19,15 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend
 
 from fused_remat.steps import cpu_choice
-from fused_remat.steps.attention_call import AttentionArgs, AttentionKey, Heads, attention_key
+from fused_remat.steps.attention_call import (
+    FAR_ROW,
+    AttentionArgs,
+    AttentionKey,
+    Heads,
+    attention_key,
+    has_far_row,
+    is_near,
+)
 from fused_remat.steps.linear import widens
 from fused_remat.steps.operations import unrecorded
 
@@ -66,9 +74,6 @@ _KERNELS = {
 _MASK_ROWS, _LSE_ROWS = 16, 32
 # Scores lose digits when a mask value of this magnitude is added.
 _FAR = 128.0
-# The CPU's flash kernel is wrong for a row whose largest mask value is finite and below this: its
-# logsumexp is the rounded mask value, and its backward is off by up to the number of keys.
-_FAR_ROW = -1e3
 #: Of `AttentionSpec`.
 _SUPPORTED_OPTIONS = frozenset({"scale", "window", "align", "true_means", "sinks"})
 
@@ -158,12 +163,11 @@ def _unsupported_cuda_reason(key: AttentionKey, flash: str) -> str | None:
 def unsupported_call_reason(q: Tensor, v: Tensor, call: AttentionArgs) -> str | None:
     """Return the reason against the kernels for a call: on a CPU also by values of float masks."""
     reason = unsupported_reason(attention_key(q, v, call))
-    if reason is not None or not q.is_cpu:
+    if reason is not None or not q.is_cpu or (call.entire is not None and is_near(call.entire)):
         return reason
-    if any([m is not None and m.dtype != torch.bool for m in (call.mask, call.padding)]):
-        top = call.merged_mask(q.dtype).amax(-1)  # type: ignore[union-attr]
-        if bool(((top < _FAR_ROW) & (top > -torch.inf)).any()):
-            return f"a mask has a row that is finite and below {_FAR_ROW:g} everywhere"
+    is_float = any([m is not None and m.dtype != torch.bool for m in (call.mask, call.padding)])
+    if is_float and has_far_row(call.merged_mask(q.dtype)):  # type: ignore[arg-type]
+        return f"a mask has a row that is finite and below {FAR_ROW:g} everywhere"
     return None
 
 

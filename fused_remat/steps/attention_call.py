@@ -6,6 +6,7 @@ Implementations receive an `AttentionArgs`; the choice among them depends on an 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,6 +15,13 @@ import torch
 from torch import Tensor
 
 from fused_remat.spec import AttentionSpec
+
+#: A row of a float mask whose largest value is finite and below this may be wrong in ATen's kernel
+#: for CPUs: its logsumexp is the rounded value, and backward is off by up to the number of keys.
+FAR_ROW = -1e3
+#: Float masks without such a row, by identity: with their versions when they were read.
+_NEAR: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+_MOST_NEAR = 64
 
 #: q, k and v, or their gradients: (B, H, S_q, E), (B, Hkv, S_k, E), (B, Hkv, S_k, E).
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -54,6 +62,8 @@ class AttentionArgs:
     # (0 for S_q), and the column of the first key
     head_rows: int = 0
     col0: int = 0
+    # the float mask of which the one mask has some sequences: its values are read only once
+    entire: Tensor | None = None
 
     @property
     def masked(self) -> bool:
@@ -82,6 +92,7 @@ class AttentionArgs:
 
     def part(self, seqs: slice, rows: slice, keys: slice, **changes: Any) -> AttentionArgs:
         """Return the call of some sequences, queries and keys, and `changes`; masks are views."""
+        changes["entire"] = None
         for name in ("mask", "dmask"):
             mask = getattr(self, name)
             if mask is not None:
@@ -216,3 +227,25 @@ def switches() -> tuple[int, ...]:
         *torch._C._get_sdp_priority_order(),
         flash_is_replaced(),
     )
+
+
+def is_near(mask: Tensor) -> bool:
+    """Return whether a float mask has no far row; its values are read once, until it changes."""
+    known = _NEAR.get(id(mask))
+    version = -1 if mask.is_inference() else mask._version
+    if known is not None and known[0]() is mask and known[1] == version >= 0:
+        return True
+    if has_far_row(mask):
+        return False
+    if len(_NEAR) >= _MOST_NEAR:
+        _NEAR.clear()
+    _NEAR[id(mask)] = weakref.ref(mask), version
+    return True
+
+
+def has_far_row(mask: Tensor) -> bool:
+    """Return whether a row of a float mask is finite and below `FAR_ROW` everywhere."""
+    if not mask.numel():
+        return False
+    top = mask.detach().amax(-1)
+    return bool(((top < FAR_ROW) & (top > -torch.inf)).any())

@@ -120,6 +120,29 @@ def test_dropout_draws_again():
     assert len(programs(layer, x)) == 2
 
 
+def test_a_mask_whose_values_decide():
+    """A row that is far below zero everywhere needs another implementation than programs have."""
+    layer, x = encoder(), batch(1)
+    near = torch.randn(x.shape[0], x.shape[1])
+    padding = {"src_key_padding_mask": near}
+    far = {"src_key_padding_mask": near.clone().index_fill_(0, torch.tensor([1]), -1e4)}
+
+    def grads(mask):
+        x.grad = None
+        y = layer(x.requires_grad_(), **mask)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+
+    expected = [grads(mask) for mask in (padding, far)]
+    for _ in range(program.FEW + 2):
+        for mask, first in zip((padding, far), expected, strict=True):
+            same(grads(mask), first)
+    found = execution_of(layer, x, None, near).programs
+    assert not found.reason
+    assert any(not isinstance(run, int) and run.calls is None for run in found.passes.values())
+    near[0] = -1e4  # in place
+    same(grads(padding), grads({"src_key_padding_mask": near.clone()}))
+
+
 def test_both_passes_run_no_step(monkeypatch):
     layer, x = encoder(), batch(1)
     check(layer, (x,))
