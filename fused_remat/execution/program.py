@@ -108,6 +108,9 @@ class Programs:
             )
         except RuntimeError:  # of a layout that has no strides
             return None
+        ids = [*map(id, tensors)]
+        if len({*ids}) < len(ids):  # one tensor for several inputs
+            kind += tuple(map(ids.index, ids))
         if self.launches:  # which are specialized by alignment
             kind += tuple([t.data_ptr() & 15 for t in tensors])
         found = self.passes.get(kind, 0)
@@ -118,7 +121,7 @@ class Programs:
         if found < FEW:
             self._count(kind, found + 1)
             return None
-        if Programs.all_lines >= _MOST_LINES_IN_ALL or is_doubled(tensors):
+        if Programs.all_lines >= _MOST_LINES_IN_ALL:
             return None
         return functools.partial(self._record, kind, name)
 
@@ -276,16 +279,10 @@ def _too_long(lines: int) -> str:
     return f"its program has {lines} lines, above {_MOST_LINES}" if lines > _MOST_LINES else ""
 
 
-def _reason_against(text: str, given: Given) -> str:
+def _reason_against(text: str) -> str:
     """Return why a pass runs its steps although it has a program, or ""."""
-    doubled = is_doubled([t for t in given if t is not None])
     off = "" if ON else "FUSED_REMAT_PROGRAMS=0 turns programs off"
-    return off or _too_long(text.count("\n")) or ("one tensor has two names" if doubled else "")
-
-
-def is_doubled(tensors: Sequence[Tensor]) -> bool:
-    """Return whether one tensor is passed for two inputs, for which there may be two later."""
-    return len({*map(id, tensors)}) < len(tensors)
+    return off or _too_long(text.count("\n"))
 
 
 def text_of(programs: Programs, name: str, given: Given, steps: Steps) -> tuple[str, Result]:
@@ -301,7 +298,7 @@ def text_of(programs: Programs, name: str, given: Given, steps: Steps) -> tuple[
             nonlocal text
             if is_last:
                 source = "" if recorder.failed else source_of(recorder, result).text
-                failed = recorder.failed or _reason_against(source, given)
+                failed = recorder.failed or _reason_against(source)
                 text = f"# no program of {recorder.title}: {failed}\n" if failed else source
 
         made = programs.follow(name, recorder, steps, note)

@@ -75,8 +75,10 @@ class Tracer(Builder):
         others = [n for n in refs(recording.result) if n not in recording.live]
         before, stand_ins = self._before([*values.values(), *others])
         replayed = {part.name: part for part in self.replayed.values()}
+        called = {getattr(node, "function", "") for node in nodes}
+        programs = {name: run for name, run in self.programs.items() if name in called}
         return TracedBlock(
-            graph, before, values, self.transposed, self.programs, layouts, (target, layout),
+            graph, before, values, self.transposed, programs, layouts, (target, layout),
             recording.result, recording.inputs, recording.sources, stand_ins,
             (*replayed.values(),), tuple(sorted(recording.fixed)), self.fills,
             self._elements(before), self.formats,

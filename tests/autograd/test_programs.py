@@ -218,9 +218,22 @@ def test_explain_says_why_there_is_no_program(monkeypatch):
             patch.setattr(program, name, value)
             (block,) = explain(layer, x, code=True)
         assert block.code.startswith("# no program of forward: ")
-    layer.norm2.weight = layer.norm1.weight
-    (block,) = explain(layer, x, code=True)
-    assert "one tensor has two names" in block.code
+
+
+def test_tied_weights():
+    """A program of tied weights is not taken when they differ, nor the other way around."""
+    layer, x = encoder(), batch(1)
+    own = layer.norm2.weight
+    with torch.no_grad():
+        layer.norm1.weight.uniform_()
+    expected = {}
+    for _ in range(program.FEW + 3):
+        for weight in (layer.norm1.weight, own):
+            layer.norm2.weight = weight
+            found = step(layer, x)
+            same(found, expected.setdefault(weight, found))
+    passes = execution_of(layer, x).programs.passes.values()
+    assert sum(not isinstance(run, int) and run.calls is None for run in passes) == 4
 
 
 @pytest.mark.parametrize("wrong", ["add_", "sub_", "error", "late"])
