@@ -9,9 +9,10 @@ weights take two steps: stock, with its own checkpointing (transformers', diffus
 torch.utils.checkpoint around its layers), and converted with a policy. Gradients are added to those
 that exist. The second step is compared: gradients with the stock model's; live bytes
 between forward and backward, and the most at any moment, with checkpointing's; also the most of the
-first step, which traces. Bytes are those of torch's allocator. A case that has its row in
-architectures.json already is not measured again; the status is 1 if any check fails, and what fails
-is listed. Bytes are checked of the policy "full" alone: others keep more than checkpointing does.
+first step, which traces. Bytes are those of torch's allocator. Times are medians of later steps,
+each after another one of the same way. A case that has its row in architectures.json already is not
+measured again; the status is 1 if any check fails, and what fails is listed. Bytes are checked of
+the policy "full" alone: others keep more than checkpointing does.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from bench.subjects.models import quantize
 from bench.tables import ResultsFile, Row
 from fused_remat import conversion, convert
 from fused_remat.execution.observe import OBSERVERS, BlockRun
+from fused_remat.execution.program import FEW
 from fused_remat.graph.schedule import kept_bytes
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.allocations import AllocationTrace
@@ -61,6 +63,8 @@ KEPT, PEAK = 1.02, 1.05
 #: of the layer, and a float32 one of its gradients.
 TRACED = 12
 STEPS, ROUNDS = 2, 3
+#: Steps of each way before any is timed: until passes run as programs.
+WARM_UP = FEW + 2
 #: How the reason ends of a layer whose forward updates a buffer or a cache, which checkpointing
 #: would do again: it runs plainly, and keeps more.
 _EFFECTS = "which a block would not repeat", "fills a cache that other modules may read"
@@ -303,8 +307,12 @@ def measure(name: str, kind: str, tokens: int, rounds: int, policy: str) -> Row:
                 wide = [make(way, wide=True).grads for way in ("stock", "converted")]
                 new.found["gradient64"], new.found["parameter"] = distance(wide[1], wide[0])
     times: dict[str, list[float]] = {way: [] for way in ways}
+    for one in ways.values() if rounds else ():
+        for _ in range(WARM_UP):
+            timed(one.model, one.batch)
     for _ in range(rounds):
         for way, one in ways.items():
+            timed(one.model, one.batch)  # in training, a step follows another one like it
             times[way].append(timed(one.model, one.batch))
     for way, one in ways.items():
         row["ways"][way] = one.found | {"seconds": median(times[way]) if rounds else None}
