@@ -89,13 +89,9 @@ class Programs:
             state += switches()
         elif not _has_mkldnn():
             state += (False,)
-        tensors, named = (
-            [t for t in given if t is not None],
-            dict(zip(self.names, given, strict=False)),
-        )
-        masks = [node.float_mask(named) for node in self.attentions]
-        if not all([mask is None or is_near(mask) for mask in masks]):
+        if self.attentions and not self._masks_are_near(given):
             return None  # steps choose another implementation
+        tensors = [t for t in given if t is not None]
         try:
             is_view = name != "forward" and given[-1]._base is not None  # type: ignore[union-attr]
             kind = (
@@ -124,6 +120,12 @@ class Programs:
         if Programs.all_lines >= _MOST_LINES_IN_ALL:
             return None
         return functools.partial(self._record, kind, name)
+
+    def _masks_are_near(self, given: Given) -> bool:
+        """Return whether no value of a float mask decides how steps compute attention."""
+        named = dict(zip(self.names, given, strict=False))
+        masks = [node.float_mask(named) for node in self.attentions]
+        return all([mask is None or is_near(mask) for mask in masks])
 
     def _count(self, kind: Any, times: int) -> None:
         """Note how often a pass has run, instead of another one that has run a few times."""

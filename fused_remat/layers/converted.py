@@ -248,7 +248,7 @@ def around_layers(model: nn.Module, enabled: bool) -> None:
         if run is not None and is_ours != enabled and not isinstance(module, FusedLayer):
             func = functools.partial(_unless_fused, run) if enabled else run.args[0]
             vars(module)["_gradient_checkpointing_func"] = func
-        if enabled and hasattr(module, _ENABLE):
+        if enabled and hasattr(type(module), _ENABLE):
             vars(module)[_ENABLE] = functools.partial(_enable_around, module)
         elif not enabled:
             vars(module).pop(_ENABLE, None)

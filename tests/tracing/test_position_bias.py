@@ -266,6 +266,33 @@ def test_images_of_many_sizes():
     assert "checkpointed" in {kind.state for kind in conversion(model)}
 
 
+def test_sam2():
+    """Blocks in windows and over the entire image; the layer that pools queries is checkpointed."""
+    hiera = transformers.Sam2HieraDetConfig(
+        hidden_size=16, num_attention_heads=1, image_size=[64, 64], num_query_pool_stages=1,
+        blocks_per_stage=[1, 3], embed_dim_per_stage=[16, 32], window_size_per_stage=[4, 4],
+        num_attention_heads_per_stage=[1, 2], global_attention_blocks=[3],
+        window_positional_embedding_background_size=[4, 4],
+    )  # fmt: skip
+    config = transformers.Sam2VisionConfig(
+        backbone_config=hiera.to_dict(), backbone_channel_list=[32, 16], fpn_hidden_size=16,
+        backbone_feature_sizes=[[16, 16], [8, 8]], fpn_top_down_levels=[0], num_feature_levels=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    stock = transformers.Sam2VisionModel(config).train().double()
+    model, batch = convert(copy.deepcopy(stock)), {"pixel_values": torch.randn(4, 3, 64, 64)}
+    batch = {name: t.double() for name, t in batch.items()}
+    y, expected = step(stock, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusedRematWarning)
+        found, grads = step(model, batch)
+    torch.testing.assert_close(found, y, rtol=1e-10, atol=1e-10)
+    assert all(grads[key].allclose(grad, atol=1e-9) for key, grad in expected.items())
+    kinds = {kind.state: kind.count for kind in conversion(model)}
+    assert kinds == {"converted": 3, "checkpointed": 1}
+    assert not any(kind.pieces for kind in conversion(model))  # which are replayed
+
+
 def test_a_layer_that_ran_plainly_does_so_in_the_replay_of_a_checkpoint():
     """The first forward of a Swin changes the sizes of windows that exceed its images."""
     stock, batch = build("swin")
