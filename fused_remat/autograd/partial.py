@@ -209,11 +209,10 @@ def _narrowed(
     schedule for more does not read, so all of it was kept.
     """
     known = execution.narrowed
-    if (needs_grad, dead) not in known:
-        if len(known) >= _MOST_NARROWED:
-            known.clear()
-        known[needs_grad, dead] = _with_gradients_of(execution, needs_grad, dead)
-    less = known[needs_grad, dead]
+    less = known.get((needs_grad, dead)) or _with_gradients_of(execution, needs_grad, dead)
+    if len(known) >= _MOST_NARROWED:
+        known.clear()
+    known[needs_grad, dead] = less
     names = frozenset(less.plan.kept)
     reads = [t for (name, _), t in zip(execution.kept_chunks(), kept, strict=True) if name in names]
     return less, reads

@@ -6,6 +6,7 @@ import dis
 import functools
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -248,20 +249,31 @@ def around_layers(model: nn.Module, enabled: bool) -> None:
         if run is not None and is_ours != enabled and not isinstance(module, FusedLayer):
             func = functools.partial(_unless_fused, run) if enabled else run.args[0]
             vars(module)["_gradient_checkpointing_func"] = func
-        if enabled and hasattr(type(module), _ENABLE):
-            vars(module)[_ENABLE] = functools.partial(_enable_around, module)
-        elif not enabled:
-            vars(module).pop(_ENABLE, None)
+        method, own = getattr(type(module), _Enable.name, None), vars(module).get(_Enable.name)
+        if enabled and callable(method) and own is None:
+            vars(module)[_Enable.name] = _Enable(module)
+        elif not enabled and isinstance(own, _Enable):
+            del vars(module)[_Enable.name]
 
 
-#: The method of diffusers' models that enables checkpointing, and replaces its function.
-_ENABLE = "enable_gradient_checkpointing"
+class _Enable:
+    """The method of a diffusers model that enables checkpointing, but not around fused layers."""
 
+    name = "enable_gradient_checkpointing"
 
-def _enable_around(model: Any, *args: Any, **kwargs: Any) -> None:
-    """Enable the checkpointing of a converted model, around what is not converted alone."""
-    type(model).enable_gradient_checkpointing(model, *args, **kwargs)
-    around_layers(model, True)
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self._model()
+        if model is None:  # there is nothing left to enable
+            return None
+        result = getattr(type(model), self.name)(model, *args, **kwargs)
+        around_layers(model, True)
+        return result
+
+    def __reduce__(self) -> Any:
+        return _Enable, (self._model(),)
 
 
 def stages(model: nn.Module) -> list[Any]:

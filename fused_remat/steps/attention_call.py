@@ -19,8 +19,8 @@ from fused_remat.spec import AttentionSpec
 #: A row of a float mask whose largest value is finite and below this may be wrong in ATen's kernel
 #: for CPUs: its logsumexp is the rounded value, and backward is off by up to the number of keys.
 FAR_ROW = -1e3
-#: Float masks without such a row, by identity: with their versions when they were read.
-_NEAR: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+#: Float masks without such a row, by identity: with addresses and versions when they were read.
+_NEAR: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
 _MOST_NEAR = 64
 
 #: q, k and v, or their gradients: (B, H, S_q, E), (B, Hkv, S_k, E), (B, Hkv, S_k, E).
@@ -231,9 +231,10 @@ def switches() -> tuple[int, ...]:
 
 def is_near(mask: Tensor) -> bool:
     """Return whether a float mask has no far row; its values are read once, until it changes."""
-    known = _NEAR.get(id(mask))
-    version = -1 if mask.is_inference() else mask._version
-    if known is not None and known[0]() is mask and known[1] == version >= 0:
+    if mask.is_inference():  # which have no version
+        return not has_far_row(mask)
+    known, version = _NEAR.get(id(mask)), (mask.data_ptr(), mask._version)
+    if known is not None and known[0]() is mask and known[1] == version:
         return True
     if has_far_row(mask):
         return False

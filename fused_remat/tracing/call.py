@@ -124,8 +124,8 @@ class Trace:
             if not _shares(value, [roots[n] for n in chain.roots]):
                 again[name] = number
         if again:
-            few = sum(values[n].numel() for n in again.values()) <= x.numel()
-            if few and {*again.values()} == {*rebuilt.outs}:  # their gradients follow soon
+            few = 2 * sum(values[n].numel() for n in again.values()) <= x.numel()
+            if few and {*again.values()} == {*rebuilt.outs} and block.is_of_batch(rebuilt):
                 together, attached.keeps_graph = attached, True
             else:
                 together = rebuild(block.together(frozenset(again.values())))
@@ -249,6 +249,7 @@ class Rebuild:
         self.operations, self.autocast = operations, _autocast(context.device.type)
         self.context = context._replace(modules=_modules(operations.ops, layer))
         self.roots = {n: values[n] for n in operations.roots}
+        self.needs = [t.requires_grad for t in self.roots.values()]
         self.versions = [t._version for t in self.roots.values()]
         self.made = dict[int, Tensor]()  # in the present pass, and not taken yet
         #: Whether values of backward are computed under autograd, and roots and values that were,
@@ -257,7 +258,8 @@ class Rebuild:
 
     def under_autograd(self) -> list[list[Tensor]]:
         """Return roots, detached, and the values that the operations compute from them."""
-        roots = [t.detach().requires_grad_(t.requires_grad) for t in self.roots.values()]
+        pairs = zip(self.roots.values(), self.needs, strict=True)
+        roots = [t.detach().requires_grad_(need) for t, need in pairs]
         with torch.enable_grad():
             return [roots, self.run(dict(zip(self.roots, roots, strict=True)))]
 
@@ -279,9 +281,10 @@ class Rebuild:
                 "modified by an inplace operation between forward and backward"
             )
         if number not in self.made:
-            self.graph = self.under_autograd() if self.keeps_graph else []
+            graph = self.under_autograd() if self.keeps_graph else []
             with torch.no_grad():
-                values = self.graph[1] if self.graph else self.run(self.roots)
+                values = graph[1] if graph else self.run(self.roots)
+            self.graph = graph
             pairs = zip(self.operations.outs, values, strict=True)
             self.made = {n: t.detach() for n, t in pairs}
         value = self.made.pop(number)
@@ -308,8 +311,8 @@ class _Attached(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         creates_graph = torch.is_grad_enabled()
         rebuild, needs, _ = ctx.rebuild, ctx.needs_input_grad[1:], ctx.saved_tensors  # checks them
-        roots, values = rebuild.graph or rebuild.under_autograd()
-        rebuild.graph = []
+        graph, rebuild.graph = rebuild.graph, []
+        roots, values = graph or rebuild.under_autograd()
         pairs = zip(values, grads, strict=True)
         outs = [(t, g) for t, g in pairs if g is not None and t.requires_grad]
         if not outs:

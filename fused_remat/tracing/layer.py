@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import sys
 import threading
@@ -60,7 +59,7 @@ from fused_remat.tracing.values import SideEffect, Untraceable
 KNOWN: dict[
     Any, list[tuple[Dims, tuple[str | int, ...], tuple[Any, ...], int, Trace | Reason]]
 ] = {}
-_numbers = itertools.count(1)
+_made = [0]  # the number of the last entry of `KNOWN`
 #: Largest number of entries of `KNOWN`; of traces of one layer, which runs its own forward then.
 _MOST, _MOST_TRACES = 4096, 24
 #: Number of elements up to which tensors whose values decide are compared at every call.
@@ -206,7 +205,8 @@ class TracedLayer(ConvertedLayer):
             signature = *signature, low_dtype(x), records
         watch = self._watched()
         trace: Trace | Reason
-        known = None if watch is None else watch.calls.get(signature)
+        calls = {} if watch is None else watch.calls
+        known = calls.get(signature) or calls.get((signature, *_made))
         if known is not None:
             trace, names, values = known
             if not names or self._values_of(names, flat) == values:
@@ -216,15 +216,16 @@ class TracedLayer(ConvertedLayer):
                 check_input(leaf, "an argument", _DIMS)
         if x is not None and not x.numel():
             return Reason("its input is empty", quiet=True)
+        made, names = _made[0], ()
         trace = self._new_trace(given, records)
-        names = trace.fixed if isinstance(trace, Trace) else ()
-        if watch is not None and (isinstance(trace, Trace) or not self._notes_of().by_values):
+        if isinstance(trace, Trace):
+            names = (*trace.fixed,)
+        else:
+            signature = signature, made  # a later trace of any layer may serve this call
+        if watch is not None and not (isinstance(trace, Reason) and self._notes_of().by_values):
             if len(watch.calls) >= _MOST_CALLS:
                 watch.calls = {}
-            if isinstance(trace, Trace):  # which may serve calls that had none
-                calls = watch.calls.items()
-                watch.calls = {key: each for key, each in calls if isinstance(each[0], Trace)}
-            watch.calls[signature] = trace, (*names,), self._values_of(names, flat)
+            watch.calls[signature] = trace, names, self._values_of(names, flat)
         return trace
 
     def _watched(self) -> Watch | None:
@@ -282,7 +283,7 @@ class TracedLayer(ConvertedLayer):
         if trace is not None:
             return trace
         if self._notes_of().traces == _MOST_TRACES:
-            self._notes_of().last = min(self._notes_of().last, next(_numbers))
+            self._notes_of().last = min(self._notes_of().last, _made[0] + 1)
             return Reason(
                 f"it was traced {_MOST_TRACES} times, and its attributes, arguments or "
                 "buffers have changed again; keep them the same between calls",
@@ -297,7 +298,8 @@ class TracedLayer(ConvertedLayer):
                 names, dims = trace.fixed, trace.dims
             values = self._values_of(names, call.leaves)
             self._notes_of().by_values |= bool(names)
-            entries.append((dims, (*names,), values, next(_numbers), trace))
+            _made[0] += 1
+            entries.append((dims, (*names,), values, _made[0], trace))
             del entries[:-_MOST]
             if len(KNOWN) > _MOST:
                 del KNOWN[next(iter(KNOWN))]

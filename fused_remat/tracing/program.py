@@ -142,6 +142,10 @@ def layout_of_heads(shape: Sequence[Any], at: int, tokens: int) -> Layout | None
     return Layout(dims, indices, ("B",))
 
 
+#: More elements than any value has.
+OF_BATCH = 1 << 62
+
+
 class Operations:
     """Operations in the order in which they run, which compute values `outs` from `roots`."""
 
@@ -287,8 +291,8 @@ class TracedBlock:
     #: By the number of a mask, the value that replaces scores of keys that it hides. A query that
     #: sees no key then has no gradient; it would have one where the mask is added.
     fills: dict[int, float]
-    #: Elements of the differentiable results of `before`; infinite if the number follows from the
-    #: call, 0 for a view.
+    #: Elements of the differentiable results of `before`: 0 for a view, `OF_BATCH` if there are as
+    #: many for each sequence, infinite if lengths decide it.
     elements: dict[int, float]
     #: Formats of quantized weights by name.
     formats: Mapping[str, PackedSpec]
@@ -329,6 +333,11 @@ class TracedBlock:
         if numbers not in self._together:
             self._together[numbers] = Operations(self._ops(numbers), sorted(numbers))
         return self._together[numbers]
+
+    def is_of_batch(self, operations: Operations) -> bool:
+        """Return whether the lengths of sequences decide the size of no result."""
+        written = [n for op in operations.ops for n in op.writes]
+        return all(self.elements.get(n, 0) <= OF_BATCH for n in written)
 
     def _most(self, number: int) -> float:
         """Return the most elements of a value in a chain, or 0 for one that runs submodules."""

@@ -25,7 +25,7 @@ from fused_remat.steps.streams import Concat, Join
 from fused_remat.tracing.builder import Build, Builder
 from fused_remat.tracing.heads import norms_of_heads
 from fused_remat.tracing.modulation import joined
-from fused_remat.tracing.program import Layout, Shapes, TracedBlock
+from fused_remat.tracing.program import OF_BATCH, Layout, Shapes, TracedBlock
 from fused_remat.tracing.quantized import check_reads
 from fused_remat.tracing.replays import HEAVY, columns_of, reorders, replay
 from fused_remat.tracing.sizes import Size
@@ -103,9 +103,11 @@ class Tracer(Builder):
         for number in [n for op in before for n in op.writes]:
             value, shape = recording.values[number], recording.shapes[number]
             if value.is_floating_point():
-                follows = shape is None or any(isinstance(n, Size) for n in shape)
                 is_view = value.untyped_storage().data_ptr() in memory
-                elements[number] = 0 if is_view else math.inf if follows else value.numel()
+                sizes = [(n.names, n.formula) for n in shape or () if isinstance(n, Size)]
+                of_batch = shape is not None and {*sizes} <= {(("B",), "")}
+                number_of = OF_BATCH if of_batch and sizes else value.numel()
+                elements[number] = 0 if is_view else number_of if of_batch else math.inf
         return elements
 
     def _targets(self) -> list[tuple[int, Layout]]:

@@ -1,7 +1,10 @@
 """convert, revert and set_policy on existing models."""
 
 import copy
+import gc
+import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -251,3 +254,40 @@ def test_checkpointing_around_layers_leaves_out_fused_ones():
     assert model._gradient_checkpointing_func == model.checkpoint
     run(model, x)
     assert model.around == [*model.layers, model.head]
+
+
+class Enabled(Checkpointing):
+    """As models of diffusers do, it replaces the function when checkpointing is enabled."""
+
+    def enable_gradient_checkpointing(self):
+        self._gradient_checkpointing_func = self.checkpoint
+        self.around.clear()
+        return self
+
+
+def test_checkpointing_enabled_after_conversion_leaves_out_fused_layers():
+    model, x = convert(Enabled()), torch.randn(2, 5, 16, dtype=FP64)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert one.enable_gradient_checkpointing() is one
+        run(one, x)
+        assert one.around == [one.head]
+    name = "enable_gradient_checkpointing"
+    assert name in vars(model) and name not in vars(revert(model))
+    model.enable_gradient_checkpointing = True  # a user's own
+    assert convert(model).enable_gradient_checkpointing is True
+    assert revert(model).enable_gradient_checkpointing is True
+
+
+def test_a_converted_model_is_freed_at_once():
+    class Model(nn.Sequential):
+        def enable_gradient_checkpointing(self):
+            raise NotImplementedError
+
+    model = convert(Model(*encoder(2).layers))
+    ref = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert ref() is None
+    finally:
+        gc.enable()

@@ -274,6 +274,29 @@ def test_a_layer_without_a_block_is_watched_too(slow):
     assert isinstance(model.layers[0].last_trace, Trace)
 
 
+class Placed(hard.Layer):
+    """A layer of one length, whose trace takes more memory than a step of few sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(1024, WIDTH))
+
+    def branch(self, x):
+        return self.mlp(x) + self.place
+
+
+def test_a_trace_of_another_layer_serves_one_that_had_none():
+    one, other = [convert(nn.ModuleList([Placed()])) for _ in range(2)]
+
+    def traced(model, batch):
+        model[0](torch.randn(batch, 1024, WIDTH)).sum().backward()
+        return isinstance(model[0].last_trace, Trace)
+
+    assert [traced(one, 1) for _ in range(4)] == [False] * 4
+    assert traced(other, 4)
+    assert traced(one, 1)
+
+
 def test_arguments_change(slow):
     stock, model = pair(altered.ShiftArgument)
     for i in range(3):

@@ -292,6 +292,24 @@ def test_the_condition_is_computed_once_in_backward():
     assert calls["aten::silu"] == 2 * 2
 
 
+@pytest.mark.parametrize("which", ["condition", ""])
+def test_parameters_are_frozen_between_forward_and_backward(which):
+    """Autograd decides in forward which gradients there are."""
+    torch.manual_seed(0)
+    stock = nn.ModuleList([Conditioned()]).double()
+    model, found = convert(copy.deepcopy(stock)), []
+    x, c = normal(2, 24, 256), normal(2, 256)
+    train(model, x, c)
+    for layers in (stock, model):
+        layers.zero_grad()
+        y = layers[0](x, c.requires_grad_())
+        for name, p in layers.named_parameters():
+            p.requires_grad_(which not in name)
+        (grad,) = torch.autograd.grad(y.sum(), [c])
+        found.append(grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_a_dropped_branch_has_the_gradient_of_what_is_left():
     """A numerical derivative, since the stock layer draws other numbers."""
     model, (x, c) = converted(stock_of(Dropped)), call(2)
