@@ -66,8 +66,12 @@ class Programs:
         self.sides = tuple([f"d_{name}" for name in execution.call.graph.side_outputs])
         self.deliveries = len(execution.delivered)
         self.on_cuda, self.launches = self.device.type == "cuda", execution.ops.name != "eager"
-        nodes = execution.call.graph.nodes
-        self.attentions = [node for node in nodes if isinstance(node, Attention) and node.params]
+        #: Indices of masks whose values decide how steps compute attention.
+        self.masks = [
+            self.names.index(node.lone_mask)
+            for node in execution.call.graph.nodes
+            if self.device.type == "cpu" and isinstance(node, Attention) and node.lone_mask
+        ]
         #: By kind, a program, why there is none, or how often the pass has run.
         self.passes: dict[Any, Program | str | int] = {}
         self.lines, self.retries = 0, 3  # lines in these programs, and further attempts
@@ -89,8 +93,9 @@ class Programs:
             state += switches()
         elif not _has_mkldnn():
             state += (False,)
-        if self.attentions and not self._masks_are_near(given):
-            return None  # steps choose another implementation
+        for i in self.masks:
+            if (mask := given[i]) is not None and not is_near(mask):
+                return None  # steps choose another implementation
         tensors = [t for t in given if t is not None]
         try:
             is_view = name != "forward" and given[-1]._base is not None  # type: ignore[union-attr]
@@ -120,12 +125,6 @@ class Programs:
         if Programs.all_lines >= _MOST_LINES_IN_ALL:
             return None
         return functools.partial(self._record, kind, name)
-
-    def _masks_are_near(self, given: Given) -> bool:
-        """Return whether no value of a float mask decides how steps compute attention."""
-        named = dict(zip(self.names, given, strict=False))
-        masks = [node.float_mask(named) for node in self.attentions]
-        return all([mask is None or is_near(mask) for mask in masks])
 
     def _count(self, kind: Any, times: int) -> None:
         """Note how often a pass has run, instead of another one that has run a few times."""

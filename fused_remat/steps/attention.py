@@ -237,6 +237,12 @@ class Attention(Node):
         return (f"{self.name}.lse",)
 
     @functools.cached_property
+    def lone_mask(self) -> str:
+        """The name of the one mask; "" without one, and for several of masks and key lengths."""
+        names = [name for name in (self.mask, self.padding, self.lengths) if name]
+        return names[0] if len(names) == 1 and not self.lengths else ""
+
+    @functools.cached_property
     def cuts_keys(self) -> bool:
         """True if query i sees the keys 0 to i, so that no query sees those after S_q."""
         return self.spec.align == "start" and self.spec.window[1] == 0
@@ -347,14 +353,8 @@ class Attention(Node):
             lengths=_sequences(chunk, chunk.param(self.lengths)),
             cu_q=chunk.param(self.cu_q),
             cu_k=chunk.param(self.cu_k),
-            entire=self.float_mask(owner.tensors),
+            entire=owner.tensors[self.lone_mask] if self.lone_mask else None,
         )  # fmt: skip
-
-    def float_mask(self, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
-        """Return the mask of a call that has one alone, if it is a float mask on a CPU."""
-        names = [name for name in (self.mask, self.padding, self.lengths) if name]
-        mask = tensors[names[0]] if len(names) == 1 else None
-        return mask if mask is not None and mask.is_cpu and mask.is_floating_point() else None
 
     def _part_of_mask(self, chunk: Chunk, mask: Tensor | None) -> Tensor | None:
         # The mask is (S_q, S_k), (B*H, S_q, S_k), or broadcasts to (B, H, S_q, S_k); B counts

@@ -62,7 +62,7 @@ class AttentionArgs:
     # (0 for S_q), and the column of the first key
     head_rows: int = 0
     col0: int = 0
-    # the float mask of which the one mask has some sequences: its values are read only once
+    # of all sequences, the mask that is the one limit: its values are read only once
     entire: Tensor | None = None
 
     @property
@@ -230,7 +230,9 @@ def switches() -> tuple[int, ...]:
 
 
 def is_near(mask: Tensor) -> bool:
-    """Return whether a float mask has no far row; its values are read once, until it changes."""
+    """Return whether a mask has no far row; values of floats are read once, until it changes."""
+    if not mask.is_floating_point():
+        return True
     if mask.is_inference():  # which have no version
         return not has_far_row(mask)
     known, version = _NEAR.get(id(mask)), (mask.data_ptr(), mask._version)

@@ -221,7 +221,7 @@ class TracedLayer(ConvertedLayer):
         if isinstance(trace, Trace):
             names = (*trace.fixed,)
         else:
-            signature = signature, made  # a later trace of any layer may serve this call
+            signature = signature, made  # a later trace of any layer may apply
         if watch is not None and not (isinstance(trace, Reason) and self._notes_of().by_values):
             if len(watch.calls) >= _MOST_CALLS:
                 watch.calls = {}

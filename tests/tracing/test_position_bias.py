@@ -253,7 +253,7 @@ def test_threads_share_a_stage():
 
 def test_images_of_many_sizes():
     """When a layer is traced no more, a stage repeats what each of its layers ran as."""
-    KNOWN.clear()  # traces of other tests would serve
+    KNOWN.clear()  # traces of other tests may apply
     stock, _ = made("swin")
     model = convert(copy.deepcopy(stock))
     with warnings.catch_warnings():
