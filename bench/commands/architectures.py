@@ -7,10 +7,10 @@
 Of each model of bench/subjects/architectures.py and each variant that it has, three copies of equal
 weights take two steps: stock, with its own checkpointing (transformers', diffusers', or
 torch.utils.checkpoint around its layers), and converted with a policy. Gradients are added to those
-that exist. The second step is compared: gradients with the stock model's; live bytes
-between forward and backward, and the most at any moment, with checkpointing's; also the most of the
-first step, which traces. Bytes are those of torch's allocator. Times are medians of later steps,
-each after another one of the same way. A case that has its row in architectures.json already is not
+that exist. The second step is compared: gradients with the stock model's; live bytes between
+forward and backward, and the most at any moment, with checkpointing's; also the most of the first
+step, which traces. Bytes are those of torch's allocator. Times are medians of later steps, each
+after another one of the same way. A case that has its row in architectures.json already is not
 measured again; the status is 1 if any check fails, and what fails is listed. Bytes are checked of
 the policy "full" alone: others keep more than checkpointing does.
 """

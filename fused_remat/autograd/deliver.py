@@ -67,9 +67,8 @@ class Delivery(torch.autograd.Function):
             given = output_grads(block, dy)
             stages = executor.stages(ctx.execution, *operands, block.functions, side_grads(block))
             block.stages[current_pass()] = stages, given
-        if (
-            current_pass() not in block.stages
-        ):  # a rare pass: its first node computes what all of them give
+        if current_pass() not in block.stages:
+            # A rare pass: its first node computes what all of them give.
             if current_pass() not in block.rare:
                 needed = asked(block).union(*map(_asked, nodes[:-1]))
                 grads = rare_grads(block, dy, needed) if needed else None

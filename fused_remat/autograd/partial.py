@@ -208,11 +208,12 @@ def _narrowed(
     Groups, tiles and rebuilt bits are the same. A schedule for fewer gradients reads nothing that a
     schedule for more does not read, so all of it was kept.
     """
-    known = execution.narrowed
-    less = known.get((needs_grad, dead)) or _with_gradients_of(execution, needs_grad, dead)
-    if len(known) >= _MOST_NARROWED:
-        known.clear()
-    known[needs_grad, dead] = less
+    known, key = execution.narrowed, (needs_grad, dead)
+    less = known.get(key)
+    if less is None:
+        if len(known) >= _MOST_NARROWED:
+            known.clear()
+        less = known[key] = _with_gradients_of(execution, needs_grad, dead)
     names = frozenset(less.plan.kept)
     reads = [t for (name, _), t in zip(execution.kept_chunks(), kept, strict=True) if name in names]
     return less, reads

@@ -238,9 +238,9 @@ class Attention(Node):
 
     @functools.cached_property
     def lone_mask(self) -> str:
-        """The name of the one mask; "" without one, and for several of masks and key lengths."""
-        names = [name for name in (self.mask, self.padding, self.lengths) if name]
-        return names[0] if len(names) == 1 and not self.lengths else ""
+        """The name of the mask, if there is one alone and there are no key lengths; else ""."""
+        several = self.lengths or (self.mask and self.padding)
+        return "" if several else self.mask or self.padding
 
     @functools.cached_property
     def cuts_keys(self) -> bool:

@@ -19,9 +19,9 @@ from fused_remat.spec import AttentionSpec
 #: A row of a float mask whose largest value is finite and below this may be wrong in ATen's kernel
 #: for CPUs: its logsumexp is the rounded value, and backward is off by up to the number of keys.
 FAR_ROW = -1e3
-#: Float masks without such a row, by identity: with addresses and versions when they were read.
-_NEAR: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
-_MOST_NEAR = 64
+#: Float masks that were read, by identity: their address and version then, and `is_near`.
+_READ: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], bool]] = {}
+_MOST_READ = 64
 
 #: q, k and v, or their gradients: (B, H, S_q, E), (B, Hkv, S_k, E), (B, Hkv, S_k, E).
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -62,7 +62,7 @@ class AttentionArgs:
     # (0 for S_q), and the column of the first key
     head_rows: int = 0
     col0: int = 0
-    # of all sequences, the mask that is the one limit: its values are read only once
+    # the mask of all sequences, if there is one alone: its values are read once, not in each group
     entire: Tensor | None = None
 
     @property
@@ -235,15 +235,12 @@ def is_near(mask: Tensor) -> bool:
         return True
     if mask.is_inference():  # which have no version
         return not has_far_row(mask)
-    known, version = _NEAR.get(id(mask)), (mask.data_ptr(), mask._version)
-    if known is not None and known[0]() is mask and known[1] == version:
-        return True
-    if has_far_row(mask):
-        return False
-    if len(_NEAR) >= _MOST_NEAR:
-        _NEAR.clear()
-    _NEAR[id(mask)] = weakref.ref(mask), version
-    return True
+    known, version = _READ.get(id(mask)), (mask.data_ptr(), mask._version)
+    if known is None or known[0]() is not mask or known[1] != version:
+        if len(_READ) >= _MOST_READ:
+            _READ.clear()
+        known = _READ[id(mask)] = weakref.ref(mask), version, not has_far_row(mask)
+    return known[2]
 
 
 def has_far_row(mask: Tensor) -> bool:

@@ -206,7 +206,7 @@ class TracedLayer(ConvertedLayer):
         watch = self._watched()
         trace: Trace | Reason
         calls = {} if watch is None else watch.calls
-        known = calls.get(signature) or calls.get((signature, *_made))
+        known = calls.get(signature) or calls.get((signature, _made[0]))
         if known is not None:
             trace, names, values = known
             if not names or self._values_of(names, flat) == values:

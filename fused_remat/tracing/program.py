@@ -142,7 +142,7 @@ def layout_of_heads(shape: Sequence[Any], at: int, tokens: int) -> Layout | None
     return Layout(dims, indices, ("B",))
 
 
-#: More elements than any value has.
+#: The elements of a value that has as many for each sequence, whatever its length: a large number.
 OF_BATCH = 1 << 62
 
 
@@ -291,8 +291,8 @@ class TracedBlock:
     #: By the number of a mask, the value that replaces scores of keys that it hides. A query that
     #: sees no key then has no gradient; it would have one where the mask is added.
     fills: dict[int, float]
-    #: Elements of the differentiable results of `before`: 0 for a view, `OF_BATCH` if there are as
-    #: many for each sequence, infinite if lengths decide it.
+    #: Elements of the differentiable results of `before`: 0 for a view, `OF_BATCH` if the batch
+    #: decides it, infinite if lengths do.
     elements: dict[int, float]
     #: Formats of quantized weights by name.
     formats: Mapping[str, PackedSpec]
@@ -335,7 +335,7 @@ class TracedBlock:
         return self._together[numbers]
 
     def is_of_batch(self, operations: Operations) -> bool:
-        """Return whether the lengths of sequences decide the size of no result."""
+        """Return whether results are as large for any length of the sequences."""
         written = [n for op in operations.ops for n in op.writes]
         return all(self.elements.get(n, 0) <= OF_BATCH for n in written)
 

@@ -104,10 +104,10 @@ class Tracer(Builder):
             value, shape = recording.values[number], recording.shapes[number]
             if value.is_floating_point():
                 is_view = value.untyped_storage().data_ptr() in memory
-                sizes = [(n.names, n.formula) for n in shape or () if isinstance(n, Size)]
-                of_batch = shape is not None and {*sizes} <= {(("B",), "")}
-                number_of = OF_BATCH if of_batch and sizes else value.numel()
-                elements[number] = 0 if is_view else number_of if of_batch else math.inf
+                sizes = [n for n in shape or () if isinstance(n, Size)]
+                by_length = shape is None or any(n.formula or n.names != ("B",) for n in sizes)
+                most = math.inf if by_length else OF_BATCH if sizes else value.numel()
+                elements[number] = 0 if is_view else most
         return elements
 
     def _targets(self) -> list[tuple[int, Layout]]:

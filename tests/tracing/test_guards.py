@@ -285,7 +285,7 @@ class Placed(hard.Layer):
         return self.mlp(x) + self.place
 
 
-def test_a_trace_of_another_layer_serves_one_that_had_none():
+def test_a_later_trace_of_another_layer_applies():
     one, other = [convert(nn.ModuleList([Placed()])) for _ in range(2)]
 
     def traced(model, batch):
